@@ -77,23 +77,22 @@ def cheapest(case: Case, budget: float, ranks: int) -> Choice:
     refused = {found.plan: found.remark for found in alone if found.result is None}
     without = {name for plan in refused for name in fields_of(plan)}
     order = [plan for plan in stacks(ranks, case.batch_size) if without.isdisjoint(fields_of(plan))]
-    tried: dict[Plan, Result] = {}
+    peaks: dict[Plan, int] = {}  # of all that is tried
     too_large: set[tuple] = set()  # (stage, dtype, offload) of which the states alone are
     for plan in (left := iter(order)):
         kind = plan.stage, plan.dtype, plan.offload
         if kind in too_large or (result := outcome(case, plan).result) is None:  # a stage may refuse this model
             continue
-        tried[plan] = result
-        if result.peak["total"] <= usable:
+        peaks[plan] = result.peak["total"]
+        if peaks[plan] <= usable:
             break
         if result.parts["optimizer"] + (result.parts["parameters"] if plan.stage != 3 else 0) > usable:
             too_large.add(kind)
-    if not tried:
+    if not peaks:
         raise NotPossible(f"no stack of techniques can be run on {ranks} ranks: the table says why for each technique")
-    peaks = {plan: result.peak["total"] for plan, result in tried.items()}
     plan = min(peaks, key=peaks.__getitem__)  # what fits holds less than all before it
     tied = tuple(other for other in left if price(other) == price(plan))
-    return Choice(plan, tried[plan], usable - peaks[plan], peaks, tied, refused)
+    return Choice(plan, case.run(plan), usable - peaks[plan], peaks, tied, refused)
 
 
 def largest(case: Case, budget: float, plan: Plan) -> int:

@@ -132,10 +132,7 @@ class Case:
             raise NotPossible(reason(error)) from error
 
     def lay_out(self, plan: Plan, copier: Copier, module: nn.Module, inputs: Any) -> bool:
-        """Lay what was copied on host and card, as make() has; False if all is in one place.
-
-        An engine knows one device. `ValueError` if the plain step has something on the host.
-        """
+        """Lay what was copied on host and card, as make() has; False if all is in one place, as for an engine."""
         if self.card is None or not any(hasattr(storage, "place") for storage in copier.storages.values()):
             return False
         if plan.stage is not None or plan.dtype is not None:

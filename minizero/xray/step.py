@@ -94,22 +94,18 @@ def measure(
         for each in optimizers:
             each.register_step_pre_hook(stepped)
 
-        def run() -> int:
-            """Calls a step until each optimizer has stepped; returns how often, 0 if `MOST_CALLS` are not enough."""
-            waiting[:] = map(parameters_of, optimizers)
-            for calls in range(1, MOST_CALLS + 1):
-                call()
-                if not waiting:
-                    return calls
-            return 0
-
         def again() -> Measured:
+            """A step: a call, and more until each optimizer has stepped."""
             ledger.reset()
-            held, sent = ledger.current["total"], comm.bytes_sent
-            calls = run()
-            return Measured(ledger, calls, comm.bytes_sent - sent, ledger.current["total"] - held, idle)
+            waiting[:] = map(parameters_of, optimizers)
+            held, sent, calls = ledger.current["total"], comm.bytes_sent, 0
+            while not calls or (waiting and calls < MOST_CALLS):
+                call()
+                calls += 1
+            grown = ledger.current["total"] - held
+            return Measured(ledger, 0 if waiting else calls, comm.bytes_sent - sent, grown, idle)
 
-        run()
+        again()
         for technique in techniques:
             if not technique.found:
                 raise ValueError(technique.missing)

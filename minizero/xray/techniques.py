@@ -16,10 +16,7 @@ from minizero.xray.step import Result
 
 
 class Technique(NamedTuple):
-    """A row. {value} in its name is the plan's field.
-
-    price: a guess at the time that it adds to a step, in percent. It only sets the order in which stacks are tried.
-    """
+    """A row. {value} in its name is the plan's field. price: as in budget.py, in percent."""
 
     name: str
     costs: str
@@ -108,10 +105,7 @@ class Outcome(NamedTuple):
 
 
 def plans(ranks: int, batch: int, frozen: bool = True) -> Iterator[Plan]:
-    """What is run: on one device, on `ranks` of them, and stacks. Each rank has a batch of so many samples.
-
-    frozen: has the model frozen parameters?
-    """
+    """What is run: on one device, on `ranks` of them, and stacks. batch: a rank's samples; frozen: are parameters?"""
     yield Plan(recompute=True)
     yield from (Plan(micro_batches=pieces) for pieces in sorted({2, batch} - {0, 1}) if batch and batch % pieces == 0)
     yield from (Plan(flash=True), Plan(chunked_loss=True), Plan(dtype=torch.bfloat16))
