@@ -236,9 +236,8 @@ WHOLE_PROCESS = {
     "torch.distributed have others in their place, which ask for the thread. It lives while an X-ray builds a model or "
     "runs a step. Without it: run no X-ray.",
     "minizero/xray/answers.py": "Classes such as `torch.cuda.Event`, as in `places.py`, for the user's code alone.",
-    "minizero/xray/fake.py": "What a fake tensor says of its device, checks of distributions, a log of PyTorch's. It "
-    "lives while an X-ray runs a step. Without it: run no X-ray.",
-    "minizero/xray/hugging_face.py": "A function of transformers, as long as `fake.py`'s.",
+    "minizero/xray/fake.py": "What a fake tensor says of its device, checks of distributions, a log of PyTorch's, a "
+    "function of transformers. It lives while an X-ray runs a step. Without it: run no X-ray.",
     "minizero/xray/__main__.py": "`sys.argv`, while the command imports the user's file.",
     "minizero/xray/case.py": "A hook before each step of every optimizer, which ignores other threads. It lives while "
     "an X-ray runs a step. Without it: run no X-ray.",

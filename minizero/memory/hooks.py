@@ -24,14 +24,13 @@ class Hooks:
     def __init__(self, recorder: Recorder, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
         self.recorder = recorder
         self.position = recorder.position
-        self.optimizer = optimizer
         self.handles: list[Any] = []
         self.owner = WeakTensorKeyDictionary()  # by parameter: the name of its module
         self.modules: dict[str, nn.Module] = {}  # by name
         if model is not None:
             self._watch_model(model)
         if optimizer is not None:
-            self._find_states()  # those from before
+            self._find_states(optimizer)  # those from before
             self.handles.append(optimizer.register_step_pre_hook(lambda *_: self.position.turn_step(True)))
             self.handles.append(optimizer.register_step_post_hook(self._find_states))  # a first step makes them
             self.handles.append(optimizer.register_step_post_hook(lambda *_: self.position.turn_step(False)))
@@ -99,9 +98,8 @@ class Hooks:
         if parameter.grad is not None:  # an engine's own hook may have taken it away
             self.recorder.claim(parameter.grad, "gradients", self.owner[parameter])
 
-    def _find_states(self, *_: Any) -> None:
-        assert self.optimizer is not None
-        for parameter, state in self.optimizer.state.items():
+    def _find_states(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter, state in optimizer.state.items():
             at_host = getattr(parameter.untyped_storage(), "category", None) == "host"
             for tensor in tree_leaves(state):  # L-BFGS has lists
                 self.recorder.claim(tensor, "host" if at_host else "optimizer", self.owner.get(parameter, ""))

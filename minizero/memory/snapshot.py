@@ -45,9 +45,8 @@ def snapshot(tape: Tape, start: int = 0) -> bytes:
     held = {event["addr"]: event["size"] for event in alive.values()}
     blocks = []
     for event in (event for event in trace if event["action"] == "alloc"):
-        state = "active_allocated" if event["addr"] in held else "inactive"
-        place = {"address": event["addr"], "size": event["size"], "requested_size": event["size"]}
-        blocks.append({**place, "state": state, "frames": event["frames"]})
+        size, state = event["size"], "active_allocated" if event["addr"] in held else "inactive"
+        blocks.append(dict(address=event["addr"], size=size, requested_size=size, state=state, frames=event["frames"]))
     sizes = {"total_size": top - BASE, "allocated_size": sum(held.values())}
     segment = {"device": 0, "address": BASE, "stream": 0, "segment_pool_id": (0, 0), "frames": [], "blocks": blocks}
     whole = {"segments": [segment | sizes], "device_traces": [[*trace, LAST]]}

@@ -10,7 +10,6 @@ scratch     what an operator takes while it runs (`SCRATCH`), and what cuBLAS ke
 What results is the bytes that a step asks the card's allocator for. Ten models were held against an H200 (torch 2.11):
 nine are right within a kilobyte. The tenth brings a mask of ones, which a real step drops, and a fake one cannot.
 
-Kernels of Python are lent to PyTorch while a step runs, and taken back. In other threads they do what PyTorch does.
 Sources, in PyTorch: sdp_utils.cpp, attention.cpp, attention_backward.cu, autocast_mode.h, Reduce.cuh, SoftMax.cu,
 EmbeddingBackwardKernel.cu, CublasHandlePool.cpp.
 """

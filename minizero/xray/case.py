@@ -115,15 +115,14 @@ class Case:
                 batch = {id(tensor) for tensor in tensors_of(inputs)}
                 tensors = (part for part in copier.made if isinstance(part, Tensor) and id(part) not in batch)
                 others = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
-                if self.loops:
-                    optimizer = [part for part in copier.made if isinstance(part, torch.optim.Optimizer)]
-                mode.from_outside.copied = frozenset(copier.storages)
-                stack.enter_context(having(marks=self.lay_out(plan, copier, module, inputs)))
-                del copier, tensors  # a step may drop what a model keeps, such as an average in a list
                 if self.loops:  # a step may take the model
+                    optimizer = [part for part in copier.made if isinstance(part, torch.optim.Optimizer)]
                     asked = inspect.signature(inputs).parameters.values()
                     wanted = sum(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in asked)
                     inputs = functools.partial(inputs, *[module] * wanted)
+                mode.from_outside.copied = frozenset(copier.storages)
+                stack.enter_context(having(marks=self.lay_out(plan, copier, module, inputs)))
+                del copier, tensors  # a step may drop what a model keeps, such as an average in a list
                 around = functools.partial(self.counting, others)
                 found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, around)
                 self.notes.update(seen_in(found, module, self.loops) if plan == Plan() else ())

@@ -12,8 +12,6 @@ building     `build` calls make() on "meta", where tensors have no numbers eithe
 copying      `Copier` copies what make() has returned: small tensors of whole numbers, such as sizes, keep them
 operators    a few own other memory than their fake kernel says (`OWN_ANSWERS`)
 numbers      a loop may read some, outside of forward (`one_number`)
-
-Names of PyTorch are changed for the whole process, so one thread at a time is in here (`ALONE`).
 """
 
 import contextlib
@@ -39,12 +37,11 @@ from torch.utils._pytree import tree_map_only
 from minizero import torch_private
 from minizero.memory.operators import Watcher
 from minizero.memory.recorder import DEVICE, current_recorder
-from minizero.xray.hugging_face import masks_as_for_real
 from minizero.xray.lines import is_users
 from minizero.xray.places import CARD, FEW, HOST, OneDevice, here, in_make, lent, marking, moves, place_of
 
 aten = torch.ops.aten
-ALONE = threading.RLock()
+ALONE = threading.RLock()  # names of PyTorch are changed for the whole process, by one thread at a time
 OUTSIDE = (
     "a method uses a model or an optimizer that is a global, and copies are trained: use it in a function, or give it "
     "to the method's object"
@@ -245,7 +242,8 @@ def pretend() -> Iterator[Pretend]:
     with ALONE, contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # only where something compiles: loading it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(masks_as_for_real())
+        if masks := sys.modules.get("transformers.masking_utils"):  # of fake tensors it assumes packed sequences
+            stack.enter_context(mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None))
         # It prints a traceback of PyTorch's own files before it raises. What is raised has the user's line.
         stack.enter_context(mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         if gc.isenabled():  # the collector would search millions of objects, and when it runs is chance

@@ -2,19 +2,16 @@
 
 They differ from other models in two ways that an X-ray must know. Their caches are on by default: each block appends
 its keys and values for the next call, which a training step never makes, and a recomputed block appends them twice. And
-they ask whether tensors are fake, and build a mask that a real step does not have.
+they ask whether tensors are fake, and build a mask that a real step does not have: fake.py answers.
 
 Weights that bitsandbytes quantizes are counted (`Quantized`).
 """
 
-import contextlib
 import functools
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -24,13 +21,6 @@ def with_caches(module: nn.Module) -> list[Any]:
     """The configurations inside of which the cache is on."""
     configs = (vars(part).get("config") for part in module.modules())
     return [config for config in configs if getattr(config, "use_cache", False)]
-
-
-def masks_as_for_real() -> contextlib.AbstractContextManager:
-    """Answer "no" for a batch of packed sequences: the library looks at real tensors, and assumes it of fake."""
-    if (masks := sys.modules.get("transformers.masking_utils")) is None:
-        return contextlib.nullcontext()
-    return mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None)
 
 
 UNSEEN = (

@@ -67,7 +67,7 @@ class Plan:
         if self.momentum:
             return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         if self.eight_bit:
-            return EightBit(model.parameters())
+            return EightBit(model.parameters(), {})
         if not isinstance(given, torch.optim.Optimizer):
             return given(model.parameters())
         if isinstance(model, AnyModel):  # whose parameters are others
@@ -98,9 +98,6 @@ class EightBit(torch.optim.Optimizer):
 
     Two moments of a byte for each number, and a scale in FP32 for each 256. Tensors below 4,096 numbers stay in FP32.
     """
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Let the states begin to exist."""
