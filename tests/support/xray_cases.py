@@ -55,6 +55,12 @@ def lstm(batch_first: bool = True) -> nn.Module:
     return Does(loss, embedding=nn.Embedding(WORDS, WIDTH), head=nn.Linear(WIDTH, WORDS), lstm=layers)
 
 
+def attention(width: int, **options: Any) -> nn.Module:
+    """PyTorch's attention of a layer's result with itself."""
+    one = nn.Linear(width, width)
+    return Does(lambda self, x: F.scaled_dot_product_attention(*3 * [self.layer(x)], **options).mean(), layer=one)
+
+
 def gpt(**options: Any) -> Make:
     config = GPTConfig(**dict(vocabulary=WORDS, sequence_length=LENGTH, width=WIDTH, layers=3, heads=4) | options)
     return lambda: (GPT(config), (tokens(config.sequence_length), tokens(config.sequence_length)))

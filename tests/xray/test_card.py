@@ -87,8 +87,6 @@ def test_what_is_usable_is_a_little_less_than_what_is_sold():
 
 
 class Net(nn.Module):
-    """Linear layers, dropout, attention, a norm."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
@@ -150,7 +148,7 @@ def in_backward():
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step_and_forget)
-    return model, lambda x=BATCH: model(x).backward()  # what has a default is not given the model
+    return model, lambda model, x=BATCH: model(x).backward()  # what has a default is not given the model
 
 
 TEACHER = nn.Linear(64, 64)

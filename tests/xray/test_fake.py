@@ -21,7 +21,7 @@ from minizero.xray.places import CARD, having, place_of
 from minizero.xray.plan import Plan, use_foreach
 from minizero.xray.step import loss_of, measure
 from minizero.xray.techniques import TECHNIQUES, costs_of, name_of, outcome, plans, rows_of
-from tests.support.xray_cases import OWN, Does, WithLoss, adamw, fake, gpt, real
+from tests.support.xray_cases import OWN, Does, WithLoss, adamw, attention, fake, gpt, real
 
 
 def calls(function):
@@ -152,12 +152,7 @@ def test_attention_without_scores_keeps_what_attention_in_tiles_keeps():
 
 def test_pytorchs_own_attention_stores_scores_under_dropout_and_the_row_says_what_a_gpu_would_hold():
     """With dropout it stores scores on a CPU, and none on a GPU."""
-
-    def attention(self, x):
-        q, k, v = (self.layer(x) for _ in range(3))
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True).sum()
-
-    case = Case(Does(attention, layer=nn.Linear(8, 8)), (torch.ones(2, 2, 128, 8),))
+    case = Case(attention(8, dropout_p=0.1, is_causal=True), (torch.ones(2, 2, 128, 8),))
     scores = 2 * 2 * 128 * 128 * 4
     plain, without = (case.run(plan).peak["activations"] for plan in (Plan(), Plan(flash=True)))
     assert plain > 3 * scores > scores > without
@@ -228,6 +223,7 @@ def test_what_looks_at_a_number_while_it_is_built_is_built_for_real_if_there_are
         return build(lambda: nn.Linear(1, int(torch.ones(numbers).sum()) * 1000)).weight
 
     assert not of_sum(5000).is_meta and of_sum(5).is_meta
+    assert build(lambda: nn.Linear(1, sum(torch.tensor(5000 * [1]).tolist()))).weight.is_meta  # Python has these anyway
 
 
 def test_a_script_is_imported_without_numbers_and_what_it_imports_has_them(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from minizero.xray.places import CARD, HOST, having, place_of
 from minizero.xray.report import Report
 from tests.support.other_device import POSSIBLE
 from tests.support.processes import printed_by
-from tests.support.xray_cases import Does
+from tests.support.xray_cases import Does, attention
 from tests.xray.scripts.places import net, training
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -67,8 +67,8 @@ def test_a_tensor_says_where_it_lies_and_its_gradient_goes_back():
         host = torch.ones(8, 8, requires_grad=True)
         there = host.to("cuda", torch.float16)
         assert (place_of(host), there.device, there.is_cuda, there.get_device()) == (HOST, CARD, True, 0)
-        made = there + 1, there[0], there.cpu(), torch.zeros_like(there)
-        assert [*map(place_of, made)] == [CARD, CARD, HOST, CARD]
+        made = there + 1, there[0], there.cpu(), torch.zeros_like(there), torch.vander(there[0])
+        assert [*map(place_of, made)] == [CARD, CARD, HOST, CARD, CARD]
         assert place_of(torch.zeros(3, device=there.device)) == CARD != place_of(torch.zeros(3))
         assert place_of(there * torch.tensor(2.0)) == CARD and place_of(there[torch.tensor([0])]) == CARD
         (there.cpu().sum() + there.unbind()[0].sum().cpu()).backward()  # whose backward makes zeros of nothing
@@ -132,14 +132,11 @@ def lines_for_a_gpu(loss):
     torch.distributed.barrier()
 
 
-def in_ddp(views):
-    return training(nn.parallel.DistributedDataParallel(net(), device_ids=[0], gradient_as_bucket_view=views))
-
-
 LINES = [
     (lambda: training(after=lines_for_a_gpu), 0),
-    (lambda: in_ddp(views=True), 0),
-    (lambda: in_ddp(views=False), 4 * (2 * 512 * 2048 + 2048 + 512)),  # buckets as large as the gradients
+    (lambda: training(nn.parallel.DistributedDataParallel(net(), gradient_as_bucket_view=True)), 0),
+    # Buckets are as large as the gradients.
+    (lambda: training(nn.parallel.DistributedDataParallel(net(), device_ids=[0])), 4 * (2 * 512 * 2048 + 2048 + 512)),
 ]
 
 
@@ -182,10 +179,6 @@ def blocks(run):
     return Does(lambda self, x: self.head(run(self.blocks, x)).mean(), **layers), torch.ones(4096, 512)
 
 
-def attention(self, x):
-    return nn.functional.scaled_dot_product_attention(*3 * [self.layer(x)]).mean()
-
-
 def image(made, every=1):
     """A loop that trains an image, and no weight. Two functions count in one variable."""
     frozen, x, count = nn.Linear(64, 64).requires_grad_(False).to("cuda"), made(torch.zeros(256, 64, device="cuda")), 0
@@ -225,7 +218,7 @@ NOTES = [
     (lambda: blocks(lambda three, x: three(x)), None),
     (lambda: blocks(functools.partial(checkpoint, use_reentrant=False)), RECOMPUTED),
     (lambda: blocks(functools.partial(checkpoint, use_reentrant=True)), IDLE),
-    (lambda: (Does(attention, layer=nn.Linear(63, 63)), torch.ones(4, 8, 128, 63)), UNFUSED),
+    (lambda: (attention(63), torch.ones(4, 8, 128, 63)), UNFUSED),
 ]
 
 

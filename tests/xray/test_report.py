@@ -179,31 +179,29 @@ def make():
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch, capfd):
-    """Runs the command beside a file, train.py; returns its status, what it prints, and its errors."""
-
-    def run(script, options):
-        (tmp_path / "beside.py").write_text("width = 4\n")
-        (tmp_path / "train.py").write_text(script)
-        monkeypatch.chdir(tmp_path)
-        return main(options.split()), *capfd.readouterr()
-
-    return run
+def ran(script, options, tmp_path, monkeypatch, capfd):
+    """The command beside a file, train.py: its status, what it prints, and its errors."""
+    if "--hf" in options:
+        pytest.importorskip("transformers")
+    (tmp_path / "beside.py").write_text("width = 4\n")
+    (tmp_path / "train.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    return main(options.split()), *capfd.readouterr()
 
 
 TRIED = "Tried: as it is 65.00 MiB.*loss in chunks: not possible: no linear layer leads.*"
 TRIED += "make.. has returned a loop. What changes a loop is not tried: smaller batches, BF16"
 SHOWN = [
-    (LOOP, "train.py --fit 1MiB", TRIED),
-    (LOOP, "train.py --card t4 --fit --taken 3GiB", "1 × 11.56 GiB: the cheapest"),
-    (MODEL, "train.py:make --card cpu --fit 2MiB", "train.py:7.*1 × 2.00 MiB: the cheapest that fits.*as it is"),
-    pytest.param("", "--length 16", "GPT: 3,.*Who holds the peak", marks=pytest.mark.slow),
+    (LOOP, "train.py --no-table --fit 1MiB", TRIED),
+    (LOOP, "train.py --no-table --card t4 --fit --taken 3GiB", "1 × 11.56 GiB: the cheapest"),
+    (MODEL, "train.py:make --no-table --card cpu --fit 2MiB", "train.py:7.*2.00 MiB: the cheapest that fits.*as it is"),
+    pytest.param("", "--no-table --length 16", "GPT: 3,.*Who holds the peak", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize("script, options, words", SHOWN)
-def test_what_the_command_shows_of_a_file(script, options, words, command):
-    status, out, error = command(script, options + " --no-table")
+def test_what_the_command_shows_of_a_file(ran, words):
+    status, out, error = ran
     assert (status, error) == (0, "") and "What would help" not in out
     assert re.search(words, " ".join(out.split()))
 
@@ -235,9 +233,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("script, options, words", REFUSED)
-def test_what_the_command_refuses_in_one_line(script, options, words, command):
-    if "--hf" in options:
-        pytest.importorskip("transformers")
-    status, out, error = command(script, options)
+def test_what_the_command_refuses_in_one_line(ran, words):
+    status, out, error = ran
     assert (status, out) == (2, "") and re.search(words, error)
     assert len(error.splitlines()) == 1 and len(error) < 600
