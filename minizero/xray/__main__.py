@@ -147,9 +147,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if fit:
         report.fit(fit)
         report.show_fit(console)
-    if options.output is not None:
-        for path in report.save(options.output):
-            console.print(f"wrote {path}")
+    for path in report.save(options.output) if options.output else ():
+        console.print(f"wrote {path}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -86,8 +86,7 @@ def table(card: str) -> dict[Any, dict[str, Any]]:
     cuda |= {"get_device_name": name, "get_device_properties": about, "get_device_capability": gpu.capability}
     cuda |= {"is_bf16_supported": gpu.capability >= (8, 0), "get_arch_list": [gpu.kind]}
     cuda |= {"mem_get_info": (memory, memory), "memory_summary": "", "memory_stats": Counter()}
-    dtypes = {name: getattr(torch, name).dtype for name in TENSORS.split()}
-    cuda |= {name: class_calling(functools.partial(on_card, dtype)) for name, dtype in dtypes.items()}
+    cuda |= {name: class_calling(functools.partial(on_card, getattr(torch, name).dtype)) for name in TENSORS.split()}
     started = [torch.distributed.is_available() and torch.distributed.is_initialized()]
     group: dict[str, Any] = dict.fromkeys(QUIET_GROUP.split(), Quiet)
     group |= {"init_process_group": lambda *_, **__: started.append(True), "is_initialized": lambda: any(started)}

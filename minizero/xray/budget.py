@@ -7,9 +7,7 @@ DDP and ZeRO-1 are not tried: ZeRO-2 sends as many bytes, and holds less. A card
 what is left beside the context, and an allocator reserves more than it is asked for.
 """
 
-import bisect
 import dataclasses
-import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -98,15 +96,20 @@ def cheapest(case: Case, budget: float, ranks: int) -> Choice:
 def largest(case: Case, budget: float, plan: Plan) -> int:
     """How many samples the largest batch has that fits; 0 if none does. `ValueError` if it cannot be cut."""
 
-    @functools.cache
     def peak_of(samples: int) -> int:
         batch = of_samples(case.inputs, lambda x: x.new_empty((samples, *x.shape[1:]), device="meta"))
         return Case(case.model, batch, case.make_optimizer, case.card).run(plan).peak["total"]
 
-    too_many, usable = max(1, case.batch_size), budget - kept_free(budget)
-    pieces = next((pieces for pieces in range(2, too_many + 1) if too_many % pieces == 0), 0)
+    usable, peaks = budget - kept_free(budget), {0: 0}
+    low, high, n = 0, 0, max(1, case.batch_size)  # low fits, high does not; 0: not known yet
+    pieces = next((pieces for pieces in range(2, n + 1) if n % pieces == 0), 0)
     if pieces and time_first(case.model):
         case.run(Plan(micro_batches=pieces))  # is refused if what it cuts is time
-    while peak_of(too_many) <= usable:
-        too_many *= 2
-    return bisect.bisect(range(1, too_many), usable, key=peak_of)
+    while high - low != 1:
+        peaks[n] = peak_of(n)
+        low, high = (n, high) if peaks[n] <= usable else (low, n)
+        n = 2 * low
+        if high:  # a peak grows nearly by a line
+            n = low + int((high - low) * (usable - peaks[low]) / (peaks[high] - peaks[low]))
+            n = min(max(n, low + 1), high - 1)
+    return low
