@@ -134,6 +134,9 @@ def test_a_snapshot_is_the_curve_and_pytorchs_own_tools_read_it(tmp_path):
 
     theirs = points(ledger.curve)
     assert points(moments)[-len(theirs) :] == theirs and len(theirs) > 100
+    (segment,) = whole["segments"]
+    active = (block["size"] for block in segment["blocks"] if block["state"] == "active_allocated")
+    assert sum(active) == segment["allocated_size"] == ledger.current["total"]
     assert content[1] == 4 and event["category"] == "unknown"  # without these two the viewer fails
     assert " entries" in _memory_viz.trace(whole) and "segments: 1" in _memory_viz.segsum(whole)
     assert "blocks.0.up" in _memory_viz.memory(whole, format_flamegraph=str) and _memory_viz.trace_plot(whole)

@@ -9,7 +9,7 @@ import torch
 from minizero.models.networks import NETWORKS
 from minizero.xray.__main__ import main
 from minizero.xray.case import Case, NotPossible
-from minizero.xray.hugging_face import RANK, Quantized
+from minizero.xray.hugging_face import RANK, Quantized, quantize
 from minizero.xray.plan import Plan
 from minizero.xray.techniques import name_of, plans
 from tests.real.real_models import MODELS, built
@@ -208,3 +208,5 @@ def test_a_quantized_matrix_is_counted_in_its_bits_and_made_whole_while_it_is_us
     n, adapters = 512 * 512, 4 * 2 * 16 * 512
     assert peak["buffers"] == (n // 2 + n // 64 + n // 2**12 if bits == 4 else n + 4 * 512)
     assert peak["gradients"] == adapters and 4 * n <= peak["temporary"] < 4 * n + 2**17
+    layers = torch.nn.Embedding(512, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 512)
+    assert quantize(torch.nn.Sequential(*layers).requires_grad_(False), bits) == 1  # but the head
