@@ -4,8 +4,8 @@ zero3_on_a_page.py  the whole idea, without hooks: to be read first
 zero3_by_hooks.py   four hooks, for any model: to be read second; it lists what the files below add
 
 core.py             what the stages share: when parameters are gathered and gradients reduced; a gradient's path
-layout.py           where each parameter lies in a flat buffer
 use.py              how autograd tells that a unit is needed, and that a gradient is there
+layout.py           where each parameter lies in a flat buffer
 zero1.py            stage 1: shard the optimizer states
 zero2.py            stage 2: shard the gradients as well
 zero3.py            stage 3: shard the parameters as well

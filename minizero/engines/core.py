@@ -12,8 +12,8 @@ A *use* of a unit is one forward of its module, and the backward of that (use.py
     6  end_backward   backward is over                                   release all (3)
 
 In forward the root's use is around all others. Its backward begins as soon as forward is over, so it stays whole
-between. Row 5 does not come if no operation made the input, as that of the model, or if it is in a list: then row 6
-releases.
+between. Row 5 does not come if no operation made the input, as that of the model, or if the input is in a list: then
+row 6 releases.
 
 All ranks reduce their units in one order, so that their collectives meet: the last block first, the root last. A unit
 whose gradients come too early waits for its turn.
@@ -33,7 +33,7 @@ The core trains in FP32; communication and computation take turns. Its limits, t
     a buffer                                           a unit's output is written to in place
     a unit returns no tensor and no tuple of these     a unit calls itself
     a parameter gets no gradient, or a second one      a step comes between forward and backward
-    a gradient outside of its unit's use: a penalty    an optimizer writes by a fused kernel, and tells nobody
+    backward of `w.norm()` alone: no unit is in use    an optimizer writes by a fused kernel, and tells nobody
                                                        a loop takes a shard for a parameter: its shape, its norm
                                                        the module's parameters are read outside of a forward
 
@@ -69,10 +69,12 @@ class Unit:
     module: whose forward uses the unit. comm: the ranks that share it, here all. shards: what the optimizer steps, here
     one, with the memory of `master`. running: its uses whose forward runs now.
 
-    version: tells whether the replica is old. PyTorch counts the writes to a tensor, in `_version`. A parameter made of
-    `master`, the shard, shares its count. Say it is 3 when the replica is made, so version is 3. A step makes it 4: the
-    replica is old. -1: the replica is away. What `.data` gives has the same memory, and a count of its own: so a gather
-    is no write to the shard. (If it were, a penalty on the shard, computed before it, would fail in backward.)
+    version: the count of `master` that the replica was made from; -1 if the replica is away. PyTorch counts the writes
+    to a tensor, in `_version`. A parameter made of a tensor shares its count. What `.data` gives has the same memory,
+    and a count of its own.
+        a step      counts for shard and `master`    say it is 4 now, and version 3: the replica is old
+        a gather    counts for the replica alone     shards that autograd saved, for a loss term, stay valid for it, and
+                                                     so do parameters, which are set by `.data =`
     """
 
     dtype = torch.float32  # of the replica
@@ -136,7 +138,7 @@ class Backward:
     yet. gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses backward is
     inside of. buckets: in DDP, the gradients that wait for more (ddp.py).
 
-    at_end: a weak reference to what only autograd holds, and only while this backward runs (`Engine.begin_backward`).
+    at_end: tells whether it still runs (`Engine.begin_backward`).
     """
 
     def __init__(self, in_order: Sequence[Unit], at_end: weakref.ref) -> None:
@@ -236,7 +238,7 @@ class Engine(nn.Module):
 
     def forward_is_over(self, use: Use) -> None:
         root_waits = use.unit.module is self.module and torch.is_grad_enabled()  # for its backward
-        runs_again = self.is_open(use.unit)  # checkpointing: backward has opened the unit, and needs what this computes
+        runs_again = self.is_open(use.unit)  # a checkpoint around the unit, which backward has opened
         if not root_waits and not runs_again:
             self.release(use.unit)
 
@@ -246,7 +248,7 @@ class Engine(nn.Module):
     def backward(self) -> Any:
         """The `Backward` that runs, or None.
 
-        One that raised is none. Its buffers stay until the next one. Shards may have got averages from it: call
+        After one that raised: its buffers stay until the next one. Shards may have got averages from it: call
         zero_grad(). Units that it left whole are released after their next use.
         """
         return self.last_backward if self.last_backward and self.last_backward.runs() else None

@@ -6,8 +6,8 @@
 Each rank computes on its own part of the batch, and since all start from the same parameters
 and apply the same averaged gradient, they stay the same without ever being sent.
 A bucket, the gradients of several units in one message, is a second copy of them, of BUCKET_BYTES
-and a unit at most. PyTorch's `gradient_as_bucket_view` saves that copy; here `reduce` says what it
-would cost.
+and a unit at most. PyTorch's `gradient_as_bucket_view` saves that copy. Here a unit's gradient
+would be N pieces of the bucket, as `reduce` shows, and no view.
 Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
@@ -37,11 +37,12 @@ class CoreDDP(Engine):
             if sum(g.nbytes for _, g in bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:
                 continue  # it waits for the next unit
             del buckets[dtype]
-            # A ring adds up chunk r from rank r+1 on, to rank r (collectives.py). If units lay end to end here, numbers
-            # would come to other chunks than in the other stages, and their sums would round otherwise. So a gradient
-            # is N rows here, its chunks, and the rows are joined. Say N = 2:
-            #     row 0    chunk 0 of unit B | chunk 0 of unit A    this is chunk 0 of the message
-            #     row 1    chunk 1 of unit B | chunk 1 of unit A    this is chunk 1
+            # A ring adds up chunk r from rank r+1 on, to rank r. If 3 ranks have the gradients x, y, z, chunk 0 becomes
+            # (y + z) + x, and chunk 1 (z + x) + y, which rounds otherwise. So each number must stay in the chunk that
+            # it has in the other stages. A gradient is N rows here, its chunks; those of units B and A are joined:
+            #     row 0    chunk 0 of B | chunk 0 of A    this is chunk 0 of the message
+            #     row 1    chunk 1 of B | chunk 1 of A    this is chunk 1
+            #     row 2    chunk 2 of B | chunk 2 of A    (end to end, chunk 1 would be the end of B and the start of A)
             by_rank = [g.view(self.comm.size, -1) for _, g in bucket]
             rows = torch.cat(by_rank, dim=1)
             tag(rows, "gradients")
