@@ -257,12 +257,12 @@ def test_a_recompute_that_ends_early_leaves_no_inputs_behind(stage):
 class Choosing(nn.Module):
     """Blocks of a router, an expert, and a weight that nobody uses. A route says which block uses how many of them."""
 
-    def __init__(self):
+    def __init__(self, way="in turn", never=True):
         super().__init__()
-        self.first, self.out = nn.Linear(7, 7), nn.Linear(7, 1)
+        self.way, self.first, self.out = way, nn.Linear(7, 7), nn.Linear(7, 1)
         self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
         for block in self.blocks:
-            block.router, block.never = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7))
+            block.router, block.never = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7)) if never else None
             block.forward = functools.partial(self.use, block)
 
     @staticmethod
@@ -271,24 +271,63 @@ class Choosing(nn.Module):
         return x + torch.tanh(nn.functional.linear(x, block.weight, block.bias)) if many == 2 else x
 
     def forward(self, x, route):
-        x = self.first(x)
+        x = first = self.first(x)
         for index, many in route:
-            x = self.blocks[index](x, many)
+            given = {"in turn": x, "side by side": first, "without a gradient": first.detach()}[self.way]
+            made = self.blocks[index](given, many)
+            x = made if self.way == "in turn" else x + made
         return self.out(x)
+
+
+class FrozenOrNot(nn.Sequential):
+    """What it returns is a trained part's, or a frozen one's."""
+
+    def forward(self, x, many):
+        return self[many - 1](x)
+
+
+def frozen_or_not():
+    model = Choosing()
+    model.blocks = nn.ModuleList(FrozenOrNot(nn.Linear(7, 7).requires_grad_(False), nn.Linear(7, 7)) for _ in range(3))
+    return model
 
 
 ROUTES = {
     "experts of one rank each": lambda rank: [(0, 2), (1, 2 - rank), (2, 1 + rank)],
     "in another use": lambda rank: [(0, 2), (2, 2 - 2 * rank), (1, 2), (2, 2 * rank)],
     "in the later of two": lambda rank: [(0, 2), (1, 1), (1, 2 - rank)],
+    "in each block": lambda rank: [(0, 2 - rank), (1, 1 + rank), (2, 2 - rank)],
 }
 ON_THREE = [*STAGES, functools.partial(Zero3, prefetch=0), functools.partial(Zero3, reshard_after_forward=False)]
+IDLE = [(Choosing, route) for route in ROUTES]
+IDLE += [
+    (make, route)
+    for make in (
+        *(functools.partial(Choosing, w, False) for w in ("side by side", "without a gradient")),
+        frozen_or_not,
+    )
+    for route in ("experts of one rank each", "in each block")
+]
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_an_expert_may_be_idle_on_one_rank(route):
-    make = seeded(Choosing)
-    check(make, parts=2, stages=ON_THREE, forward=lambda model, x, rank: model(x, ROUTES[route](rank)).square().mean())
+@pytest.mark.parametrize("make, route", IDLE)
+def test_an_expert_may_be_idle_on_one_rank(make, route):
+    way = ROUTES[route]
+    check(seeded(make), parts=2, stages=ON_THREE, forward=lambda model, x, rank: model(x, way(rank)).square().mean())
+
+
+ALL_USED = [(0, 2), (1, 2), (2, 2)]
+
+
+def an_older_step_is_held(model, x, rank):
+    if f"held {rank}" in vars(model):
+        return model(x, ROUTES["in each block"](rank)).square().mean()
+    vars(model)[f"held {rank}"] = model(x, ALL_USED)
+    return model(x, ALL_USED).square().mean()
+
+
+def test_an_expert_may_be_idle_while_an_output_of_an_older_step_is_held():
+    check(seeded(functools.partial(Choosing, never=False)), parts=2, stages=ON_THREE, forward=an_older_step_is_held)
 
 
 def slope_inside(net):

@@ -3,7 +3,7 @@
     begin_forward      new: the model is called. Checks; stages 1 and 2 gather all units, used or not
     begin_use          anew: inputs of any kind (uses.py)
     end_forward        new: the model has returned. Keeps what forward wrote to parameters
-    open_use           adds: refuses parameters that were written to since forward
+    open_use           adds: refuses parameters written to since forward; looks which uses are over that no input closes
     begin_gradients    new: this backward is for parameters. Under no_sync the sum goes on, or begins (gradient.py)
     arrived            anew: `bring` refuses what cannot be right; DDP's .grad of before is kept
     close_use          adds: the unit waits no longer for what this backward does not reach, such as an idle expert
@@ -195,13 +195,17 @@ class AnyModel(Wrapped):
         """Hooks on the unit's module, on parts of that which hold its parameters, and on these."""
         mark(unit, self)
 
+        together = [each for each in self.units if each.module is unit.module]  # opened in one order on all ranks
+
         def part_is_over(_: nn.Module, __: Any, output: Any) -> None:
-            for use in unit.running:  # the output may leave the unit by an attribute
-                use.open_with(tensors_in(output))
+            made = list(tensors_in(output))  # it may leave the unit by an attribute
+            for use in (use for each in together for use in each.running):
+                use.open_with(made)
 
         call_around(unit.module, lambda *given: self.begin_use(unit, *given), lambda out: self.end_use(unit, out))
-        its = {id(parameter) for parameter in unit.parameters}
-        for part in unit.module.modules() if self.frees_replicas and unit.module is not self.module else ():
+        its = {id(parameter) for each in together for parameter in each.parameters}
+        comes_and_goes = self.frees_replicas and unit.module is not self.module and unit is together[0]
+        for part in unit.module.modules() if comes_and_goes else ():
             if part is not unit.module and any(id(p) in its for p in part.parameters(recurse=False)):
                 part.register_forward_hook(Ours(part_is_over))
         for number, parameter in enumerate(unit.parameters if unit.trains else ()):
@@ -218,6 +222,12 @@ class AnyModel(Wrapped):
 
     def open_use(self, use: Any) -> None:
         check_unchanged(self.name, use.unit, use.version, double_backward=not self.frees_replicas)
+        self.begin_backward()
+        here = torch_private.operation_going_backwards()
+        for unit, count in [*self.backward.open_uses.items()]:
+            # All that is newer is done, also if no operation made its input, which would close it.
+            if count and count == sum(each.began > here and each.closed != each.opened for each in unit.uses):
+                self.drop_idle(unit)
         super().open_use(use)
 
     # Backward.
@@ -269,16 +279,19 @@ class AnyModel(Wrapped):
             unit.gradient.put(number, gradient, unit.dtype if backward.sends else torch.float32)
 
     def close_use(self, use: Any) -> None:
-        unit, idle = use.unit, set[int]()
-        owed = self.backward.owed.get(unit)
-        others = any(each.opened == -1 for each in unit.uses) or self.backward.open_uses[unit] > 1
-        if owed and not others:  # an expert, say, that this rank did not need
-            nodes = {number: torch.autograd.graph.get_gradient_edge(unit.parameters[number]).node for number in owed}
-            idle = {number for number, node in nodes.items() if not torch_private.will_write(node)}
         super().close_use(use)
-        if idle:  # their gradient is zero. Other ranks may have reduced the unit by now
-            owed -= idle
-            self.reduce_what_is_complete()
+        if not self.backward.open_uses[use.unit]:
+            self.drop_idle(use.unit)
+
+    def drop_idle(self, unit: Any) -> None:
+        """Its uses are over. What this backward does not reach, such as an idle expert, has a gradient of zero."""
+        owed = self.backward.owed.get(unit)
+        coming = any(each.opened == -1 and each.version == unit.master._version for each in unit.uses)
+        if owed and not coming:
+            with torch_private.as_plain_tensors():  # the unit may be away
+                nodes = {n: torch.autograd.graph.get_gradient_edge(unit.parameters[n]).node for n in owed}
+            owed -= {number for number, node in nodes.items() if not torch_private.will_write(node)}
+            self.reduce_what_is_complete()  # other ranks may have reduced the unit by now
 
     def is_open(self, unit: Any) -> bool:
         return self.backward is not None and (unit in self.backward.around or super().is_open(unit))
