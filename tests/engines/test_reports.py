@@ -215,15 +215,50 @@ class Fused(torch.autograd.Function):
         return gradient @ ctx.weight, None
 
 
+class ByItself(torch.autograd.Function):
+    """It is given the module, and not the weight: autograd does not know that this has a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.weight = module.weight
+        ctx.save_for_backward(x)
+        return x @ module.weight.t()
+
+    backward = Fused.backward
+
+
+class Layer(nn.Linear):
+    def forward(self, x, use):
+        if use == "plain":
+            return torch.tanh(super().forward(x))
+        return Fused.apply(x, self.weight) if use == "fused" else ByItself.apply(x, self)
+
+
 class WritesGrad(nn.Module):
     def __init__(self, uses):
         super().__init__()
-        self.uses, self.layer, self.out = uses, nn.Linear(7, 7, bias=False), nn.Linear(7, 1)
+        self.uses, self.layer, self.out = uses, Layer(7, 7, bias=False), nn.Linear(7, 1)
 
     def forward(self, x):
         for use in self.uses:
-            x = Fused.apply(x, self.layer.weight) if use == "fused" else torch.tanh(self.layer(x))
+            x = self.layer(x, use)
         return self.out(x)
+
+
+class WritesGradInBlocks(nn.Module):
+    """The gradient of a block, of the last part of the root, and of one of two weights, which a block does not need."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(7, 7), Layer(7, 7, bias=False)
+        self.blocks = nn.ModuleList(Layer(7, 7, bias=False) for _ in range(3))
+        self.blocks[1].other = Layer(7, 7, bias=False)
+
+    def forward(self, x, **_):
+        x = self.first(x)
+        for block in (*self.blocks, self.blocks[1], self.head):
+            x = block(x, "by itself")
+        return x
 
 
 def once(model, x, rank):
@@ -244,7 +279,11 @@ AS_PLAIN += [(f"penalty {name}", with_penalty(f), Blocks, (Zero1, Zero3)) for na
 AS_PLAIN += [
     (f"{' '.join(uses)} {loop.__name__}", loop, lambda uses=uses: WritesGrad(uses), STAGES)
     for loop in (once, again)
-    for uses in (("fused",), ("fused", "fused"), ("fused", "plain", "fused"))
+    for uses in (("fused",), ("fused", "fused"), ("fused", "plain", "fused"), ("by itself",), ("plain", "by itself"))
+]
+AS_PLAIN += [
+    (f"by itself, {loop.__name__}", loop, WritesGradInBlocks, (*STAGES, functools.partial(Zero3, prefetch=0)))
+    for loop in (once, again, held_back)
 ]
 NAMED = [(f"norm {name}", changing(f), "norm of a shard changes a shard", SHARDED) for name, f in REFUSED.items()]
 NAMED += [(f"penalty {n}", with_penalty(f), "norm of a shard is a part of a loss", SHARDED) for n, f in OTHERS.items()]
@@ -255,7 +294,9 @@ SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)  # it tells a gr
 
 def each_stage(rows):
     return [
-        pytest.param(stage, *row, id=f"{name}, {stage.__name__}") for name, *row, stages in rows for stage in stages
+        pytest.param(stage, *row, id=f"{name}, {getattr(stage, '__name__', stage)}")
+        for name, *row, stages in rows
+        for stage in stages
     ]
 
 

@@ -136,7 +136,7 @@ class Unit(core.Unit):
     def before_and_written(self, number: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Of the .grad of parameter `number`: what was there before this backward, and what a Function has added."""
         now = self.parameters[number].grad
-        before, version = self.before[number] if self.before else (now, -1)
+        before, version = self.before[number] if self.before else (now if self.original else None, -1)
         if now is before:
             if self.before and now is not None and now._version != version:
                 raise RuntimeError(
