@@ -69,7 +69,8 @@ class AnyModel(Wrapped):
     function of (name, parameter) that gives each parameter a group (say, with or without weight decay); a shard holds
     parameters of one group only. broadcast_buffers: False leaves each rank the buffers that its forward wrote.
 
-    Complete the module before you wrap it: initialise, add, replace and freeze parameters first.
+    Complete the module before you wrap it: initialise, add, replace and freeze parameters first. A gradient set to None
+    on a parameter of the module freezes nothing; the shards' gradients count.
 
     forward moves the tensors among its arguments (also in tuples, lists and dicts) to `comm.device`, as `fully_shard`
     does. With a 16-bit `dtype` it casts those of floating point. Other objects, and outputs, stay as they are. A list
@@ -198,8 +199,9 @@ class AnyModel(Wrapped):
 
         def part_is_over(_: nn.Module, __: Any, output: Any) -> None:
             made = list(tensors_in(output))  # it may leave the unit by an attribute
-            for use in (use for each in together for use in each.running):
-                use.open_with(made)
+            for each in together:
+                for use in each.running:
+                    use.open_with(made)
 
         call_around(unit.module, lambda *given: self.begin_use(unit, *given), lambda out: self.end_use(unit, out))
         its = {id(parameter) for each in together for parameter in each.parameters}
@@ -261,28 +263,34 @@ class AnyModel(Wrapped):
         parameter = unit.parameters[number]
         gradient, parameter.grad = parameter.grad, unit.aside.pop(number, None)
         self.begin_gradients()
-        # No use is open, yet a gradient came: backward entered by a tensor that has no hook of a Use (uses.py).
-        away = self.reshard_after_forward and unit.module is not self.module and not self.is_open(unit)
-        again = self.backward.sends and unit not in self.backward.left
-        check_gradient(self.name, unit, gradient, again=again, gathered=not away)
         self.bring(unit, number, gradient)
         del gradient  # copied; its memory must be free before the ring needs some
         self.reduce_what_is_complete()
 
     def bring(self, unit: Any, number: int, gradient: torch.Tensor | None) -> None:
-        """The gradient of the unit's parameter `number` goes to its place. None, as a Function may give, is zero."""
-        self.backward.owed[unit].discard(number)
-        if gradient is not None:
-            self.begin_gradients()
+        """The gradient of the unit's parameter `number` goes to its place."""
+        # No use is open, yet a gradient came: backward entered by a tensor that has no hook of a Use (uses.py).
+        away = self.reshard_after_forward and unit.module is not self.module and not self.is_open(unit)
+        backward = self.backward
+        again = backward.sends and unit not in backward.left
+        check_gradient(self.name, unit, gradient, again=again, gathered=not away)
+        backward.owed[unit].discard(number)
+        if gradient is not None:  # a custom Function may give None, which is zero
             # Under no_sync many small gradients add up: in FP32.
-            unit.gradient.put(number, gradient, unit.dtype if self.backward.sends else torch.float32)
+            unit.gradient.put(number, gradient, unit.dtype if backward.sends else torch.float32)
 
     def bring_nothing_more(self, unit: Any, numbers: list[int]) -> None:
-        """Autograd has no gradient for these parameters. It is zero, or what a Function has written to .grad itself."""
+        """Autograd has no gradient for these parameters. It is zero, or what a Function has written to .grad itself.
+
+        Not seen: what a Function writes there when autograd has brought the parameter's gradient already.
+        """
         with torch_private.as_plain_tensors():  # the unit may be away
             for number in numbers:
                 unit.parameters[number].grad, gradient = unit.before_and_written(number)
-                self.bring(unit, number, gradient)
+                if gradient is not None:
+                    self.begin_gradients()
+                    unit.gradient.put(number, gradient, unit.dtype if self.backward.sends else torch.float32)
+        self.backward.owed[unit].difference_update(numbers)
 
     def close_use(self, use: Any) -> None:
         super().close_use(use)
