@@ -79,4 +79,5 @@ def arrival(engine: Any, unit: Any, number: int) -> Any:
 
 
 def as_tuple(value: Any) -> tuple:
+    """A unit takes and returns one value, or a tuple of values."""
     return value if isinstance(value, tuple) else (value,)
