@@ -229,7 +229,8 @@ WHOLE_PROCESS = {
     "minizero/recompute/replay.py": "A hook before the forward of every module, which ignores other threads. It lives "
     "during the first run of a checkpoint. Without it: `set_enabled(False)`.",
     "minizero/recompute/frame.py": "A hook after the forward of every module, which ignores other threads. It lives "
-    "during the second run of a checkpoint. Without it: `set_enabled(False)`.",
+    "during the second run of a checkpoint. If a module raises in another thread as it comes or goes, PyTorch may say "
+    "`OrderedDict mutated during iteration` in place of that error. Without it: `set_enabled(False)`.",
     "minizero/engines/timeline.py": "Methods of an engine are wrapped. It lives while a timeline records. Without it: "
     "record none.",
     "minizero/xray/places.py": "Methods by which tensors move, autocast, and functions of torch.cuda and of "

@@ -270,6 +270,11 @@ def again(model, x, rank):
     return once(model, x, rank)
 
 
+def of_an_input_first(model, x, rank):
+    grad(once(model, x := x.clone().requires_grad_(), rank), x)
+    return once(model, x, rank)
+
+
 STAY = (by_a_norm_summed_over_ranks, printed, one_by_one, averaged, logged_before_a_constant_of_that_value)
 AS_PLAIN = [(f"gradient {name}", now_and_then(f), Blocks, STAGES) for name, f in GRADIENTS.items()]
 AS_PLAIN += [("gradient inside a forward", once, Guided, STAGES), ("inside a block", once, GuidedInside, STAGES)]
@@ -285,6 +290,7 @@ AS_PLAIN += [
     (f"by itself, {loop.__name__}", loop, WritesGradInBlocks, (*STAGES, functools.partial(Zero3, prefetch=0)))
     for loop in (once, again, held_back)
 ]
+AS_PLAIN += [("by itself, of an input first", of_an_input_first, WritesGradInBlocks, SHARDED)]
 NAMED = [(f"norm {name}", changing(f), "norm of a shard changes a shard", SHARDED) for name, f in REFUSED.items()]
 NAMED += [(f"penalty {n}", with_penalty(f), "norm of a shard is a part of a loss", SHARDED) for n, f in OTHERS.items()]
 
