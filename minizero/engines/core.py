@@ -69,12 +69,11 @@ class Unit:
     module: whose forward uses the unit. comm: the ranks that share it, here all. shards: what the optimizer steps, here
     one, with the memory of `master`. running: its uses whose forward runs now.
 
-    version: the count of `master` that the replica was made from; -1 if the replica is away. PyTorch counts the writes
-    to a tensor, in `_version`. A parameter made of a tensor shares its count. What `.data` gives has the same memory,
-    and a count of its own.
-        a step      counts for shard and `master`    say it is 4 now, and version 3: the replica is old
-        a gather    counts for the replica alone     shards that autograd saved, for a loss term, stay valid for it, and
-                                                     so do parameters, which are set by `.data =`
+    version: how many writes PyTorch had counted for `master` (`_version`) when the replica was made, say 3; -1 if the
+    replica is away. The shard is a parameter made of `master` and shares its count. A step makes it 4: the replica is
+    old. Why `.data`: what it gives has the same memory, and a count of its own. Else a gather, which writes to the
+    replica, would be counted for the shard. Say a loss has the term `(shard ** 2).sum()`, and then a forward gathers:
+    autograd would say in backward that the shard has changed.
     """
 
     dtype = torch.float32  # of the replica
@@ -136,9 +135,7 @@ class Backward:
 
     left: the units still to be reduced, in order. owed: by unit, the numbers of its parameters that have no gradient
     yet. gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses backward is
-    inside of. buckets: in DDP, the gradients that wait for more (ddp.py).
-
-    at_end: tells whether it still runs (`Engine.begin_backward`).
+    inside of. buckets: in DDP, the gradients that wait for more (ddp.py). at_end: see `runs`.
     """
 
     def __init__(self, in_order: Sequence[Unit], at_end: weakref.ref) -> None:
@@ -160,7 +157,11 @@ class Backward:
         self.owed[unit].discard(number)
 
     def runs(self) -> bool:
-        """Has it neither raised, nor come to its end? (During `end_backward`, too: autograd holds what it calls.)"""
+        """Has it neither raised, nor come to its end?
+
+        Nobody tells us that a backward has raised. But autograd then drops what it was to call at the end. We hold that
+        by a weak reference, `at_end`: if it is dead, this backward has raised, or is over.
+        """
         return self.at_end() is not None
 
 
@@ -260,9 +261,7 @@ class Engine(nn.Module):
 
     def begin_backward(self) -> None:
         if self.backward is None:
-            # Each `self.end_backward` is a new object, a bound method. Only autograd holds this one: until it is called
-            # at the end, or backward raises. Then the weak reference is dead.
-            end = self.end_backward
+            end = self.end_backward  # each time a new object, a bound method; only autograd will hold it
             self.last_backward = Backward(self.in_order, weakref.ref(end))
             torch_private.call_at_end_of_backward(end)
 
