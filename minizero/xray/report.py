@@ -230,6 +230,7 @@ class Report:
         data = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
         shown = f'<h1>Memory of a training step</h1><img alt="memory by category" style="width: 100%" src="{data}">'
         page = console.export_html(inline_styles=True).replace("<body>", f"<body>{shown}", 1)
+        page = page.replace("<head>", f"<head><title>{self.title}</title>", 1)
         numbers = json.dumps(self.numbers())
         files = {"xray.png": picture.getvalue(), "xray.html": page.encode(), "xray.json": numbers.encode()}
         files["snapshot.pickle"] = snapshot(self.tape)

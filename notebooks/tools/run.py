@@ -15,7 +15,6 @@ from pathlib import Path
 import jupyter_client
 import nbformat
 import zmq.asyncio
-from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from PIL import Image
 
@@ -35,7 +34,7 @@ class Session(jupyter_client.session.Session):
         return sent
 
 
-class Manager(AsyncKernelManager):
+class Manager(jupyter_client.AsyncKernelManager):
     """Starts a kernel with such a session. Its sockets are files: a port that was free may be another's by then."""
 
     def __init__(self, **options):

@@ -300,6 +300,7 @@ class AnyModel(Wrapped):
     def drop_idle(self, unit: Any) -> None:
         """Its uses are over. What this backward does not reach, such as an idle expert, has a gradient of zero."""
         owed = self.backward.owed.get(unit)
+        # Of a use of this step that no backward has come to nobody knows whether this one will: it is waited for.
         coming = any(each.opened == -1 and each.version == unit.master._version for each in unit.uses)
         if owed and not coming:
             with torch_private.as_plain_tensors():  # the unit may be away

@@ -26,8 +26,10 @@ from minizero.memory import tag
 
 
 class LocalGradient:
-    """full: (size,), this rank's sum; None before the first `put` and after `take`. shown: from `show` to `begin`, for
-    each shard: its .grad, the `_version` of that (PyTorch's count of in-place writes), and its .grad without the sum.
+    """A unit's gradient so far. full: (size,), this rank's sum; None before the first `put` and after `take`.
+
+    shown: from `show` to `begin`, for each shard: its .grad, the `_version` of that (PyTorch's count of in-place
+    writes), and its .grad without the sum.
     """
 
     def __init__(self, unit: Any) -> None:
