@@ -139,7 +139,7 @@ def draw(random: Random) -> list[Case]:
     weight: of the loss; a small one makes gradients that are 0 in FP16 without a scale."""
     ways = itertools.product((1.0, 64.0, 4096.0), (0, 2, 2000), (0.1, 10.0, 1000.0))
     plain = [Case(1024.0, 2000, 10.0, 3, False, 0), Case(2.0**24, 2000, 2.0, 5, False, 0, 2.0**-26)]
-    return plain + [Case(*row) for row in deal(random, ways, [2, 5, 30], [False, True])]
+    return plain + [Case(*row) for row in deal(random, ways, [2, 5, 10], [False, True])]
 
 
 def result(case: Case) -> Any:
@@ -153,4 +153,6 @@ def result(case: Case) -> Any:
 
 
 def tolerance(case: Case) -> float:
-    return 1e-3
+    """An answer may clip to max_norm · scale, and then unscale. PyTorch's 1e-6 counts less there, and sometimes a
+    weight rounds the other way in FP16."""
+    return 4e-3
