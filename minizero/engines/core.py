@@ -1,19 +1,20 @@
 """The core: *when* the things of a training step happen. *What* happens then is a stage's own file.
 
 A unit is a block of the model. What lies outside the blocks is one more unit, the root, whose module is the model.
-A *use* of a unit is one forward of its module, and the backward of that (use.py).
+A *use* of a unit is one forward of its module, and the backward of that. In forward it begins and ends, in backward it
+opens and closes (use.py).
 
        moment         it comes                                           what happens (in which stages)
     1  begin_use      a unit's module is called                          gather (3; in 1 and 2 after a step)
-    2  end_use        that module returns                                release, but not the root (3)
+    2  end_use        that module returns                                release; the root waits for its backward (3)
     3  open_use       backward comes to what made a unit's output        gather (3)
     4  arrived        autograd has written a parameter's .grad           if its unit has all gradients: reduce
     5  close_use      backward comes to what made a unit's input         release (3)
     6  end_backward   backward is over                                   release all (3)
 
-In forward the root's use is around all others. Its backward begins as soon as forward is over, so it stays whole
-between. Row 5 does not come if no operation made the input, as that of the model, or if the input is in a list: then
-row 6 releases.
+What made a tensor is its `grad_fn`, an operation of forward. Row 5 does not come if the input has no `grad_fn`, as that
+of the model, or if it is in a list: then row 6 releases. In forward the root's use is around all others. Its backward
+begins as soon as forward is over, so it stays whole between.
 
 All ranks reduce their units in one order, so that their collectives meet: the last block first, the root last. A unit
 whose gradients come too early waits for its turn.
@@ -21,10 +22,10 @@ whose gradients come too early waits for its turn.
 The path of one gradient, of a unit with n elements, in stage 2. Autograd writes a parameter's .grad, and calls
 `arrived`, which takes it away. `Backward.put` copies it to its place in the unit's flat buffer of 4n bytes. When the
 buffer is full, and it is the unit's turn, the stage's `reduce` gets it. In zero2.py a ring reduce-scatter sends
-4n (N-1)/N bytes to the right neighbour, through two more buffers of 4n/N. One of these becomes the result: this rank's
-part of the average. `Unit.set_gradient` adds the old .grad of the unit's shard, if any, and makes it the new one. When
-`reduce` returns, the buffer is freed. After backward the optimizer steps the shard, which is a part of the replica. The
-unit's next use gathers the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
+4n (N-1)/N bytes to the right neighbour. What comes from the left goes into two more buffers of 4n/N. One of these
+becomes the result, this rank's part of the average. `Unit.set_gradient` adds to it the .grad that the shard has, if
+any, and makes the sum its .grad. When `reduce` returns, the buffer is freed. After backward the optimizer steps the
+shard, a part of the replica. The unit's next use gathers the rest. (n = 8, N = 4: 32 bytes, 24 sent, 8 left.)
 
 The core trains in FP32; communication and computation take turns. Its limits, two lists:
 
@@ -32,13 +33,13 @@ The core trains in FP32; communication and computation take turns. Its limits, t
     a parameter that is frozen or not FP32             the module is moved (`to`) or saved (`state_dict`)
     a buffer                                           a unit's output is written to in place
     a unit returns no tensor and no tuple of these     a unit calls itself
-    a parameter gets no gradient, or a second one      a step comes between forward and backward
-    backward of `w.norm()` alone: no unit is in use    an optimizer writes by a fused kernel, and tells nobody
-                                                       a loop takes a shard for a parameter: its shape, its norm
+    in a backward a parameter has no gradient or two   a step comes between forward and backward
+    a loss of parameters alone, such as `w.norm()`     a fused kernel steps, and PyTorch does not count its writes
+                                                       a loop takes a shard for a parameter, and clips by its norm
                                                        the module's parameters are read outside of a forward
 
-`any_model/` lifts or checks all that: `from minizero import Zero3`. It uses the stages' files as they are, so these say
-what becomes of 16 bits.
+Next come the stages' files, ddp.py to zero3.py. They name 16 bits, since `any_model/` is built on them. It lifts or
+checks the limits above: `from minizero import Zero3`.
 Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
 """
 
@@ -63,17 +64,15 @@ class Unit:
 
                     replica: the parameters are views of it    master: the optimizer steps it
         DDP         (size,)                                    the replica itself
-        Zero1, 2    (size,)                                    this rank's chunk: a view of the replica, by `.data`
+        Zero1, 2    (size,)                                    this rank's chunk: a view of the replica
         Zero3       (size,), its memory only during a use      this rank's chunk: memory of its own
 
     module: whose forward uses the unit. comm: the ranks that share it, here all. shards: what the optimizer steps, here
     one, with the memory of `master`. running: its uses whose forward runs now.
 
-    version: how many writes PyTorch had counted for `master` (`_version`) when the replica was made, say 3; -1 if the
-    replica is away. The shard is a parameter made of `master` and shares its count. A step makes it 4: the replica is
-    old. Why `.data`: what it gives has the same memory, and a count of its own. Else a gather, which writes to the
-    replica, would be counted for the shard. Say a loss has the term `(shard ** 2).sum()`, and then a forward gathers:
-    autograd would say in backward that the shard has changed.
+    version: how many writes PyTorch had counted for `master` (`_version`) when the replica was made; -1 if it is away.
+    The shard is a parameter made of `master`, and shares its count. A step makes the count larger: the replica is old.
+    (A gather does not count: zero1.py says why.)
     """
 
     dtype = torch.float32  # of the replica
@@ -239,7 +238,7 @@ class Engine(nn.Module):
 
     def forward_is_over(self, use: Use) -> None:
         root_waits = use.unit.module is self.module and torch.is_grad_enabled()  # for its backward
-        runs_again = self.is_open(use.unit)  # a checkpoint around the unit, which backward has opened
+        runs_again = self.is_open(use.unit)  # in backward, by activation checkpointing: backward needs it next
         if not root_waits and not runs_again:
             self.release(use.unit)
 
@@ -261,7 +260,7 @@ class Engine(nn.Module):
 
     def begin_backward(self) -> None:
         if self.backward is None:
-            end = self.end_backward  # each time a new object, a bound method; only autograd will hold it
+            end = self.end_backward  # a new bound method; soon only autograd holds it: `Backward.runs`
             self.last_backward = Backward(self.in_order, weakref.ref(end))
             torch_private.call_at_end_of_backward(end)
 

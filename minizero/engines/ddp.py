@@ -38,8 +38,8 @@ class CoreDDP(Engine):
                 continue  # it waits for the next unit
             del buckets[dtype]
             # A ring adds up chunk r from rank r+1 on, to rank r. If 3 ranks have the gradients x, y, z, chunk 0 becomes
-            # (y + z) + x, and chunk 1 (z + x) + y, which rounds otherwise. So each number must stay in the chunk that
-            # it has in the other stages. A gradient is N rows here, its chunks; those of units B and A are joined:
+            # (y + z) + x, and chunk 1 (z + x) + y, which rounds otherwise. All stages give the same bits if each number
+            # stays in its chunk. A gradient is N rows here, its chunks; those of units B and A are joined:
             #     row 0    chunk 0 of B | chunk 0 of A    this is chunk 0 of the message
             #     row 1    chunk 1 of B | chunk 1 of A    this is chunk 1
             #     row 2    chunk 2 of B | chunk 2 of A    (end to end, chunk 1 would be the end of B and the start of A)

@@ -10,7 +10,7 @@ When it comes to an operation, it first calls the hooks of the tensors that the 
 
 Say block 0 makes x, and block 1 is given x. All that block 1 does is newer than what made x. So when autograd comes to
 that, block 1 is done, and its gradients are written. The hook of x closes block 1. Then the prehook of what made x
-opens block 0. So one block is whole at a time.
+opens block 0. So of a chain of blocks one is whole at a time.
 """
 
 import weakref
@@ -67,7 +67,7 @@ class Use:
 
 
 def arrival(engine: Any, unit: Any, number: int) -> Any:
-    """`engine.arrived` as a parameter's hook. Autograd hides it from the garbage collector, so it holds both weakly."""
+    """`engine.arrived` as a parameter's hook. Held weakly: the garbage collector cannot see a cycle through a hook."""
     weak = weakref.ref(engine), weakref.ref(unit)
 
     def arrived(_: Tensor) -> None:

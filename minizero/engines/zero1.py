@@ -22,7 +22,9 @@ class CoreZero1(Engine):
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
         unit.point_parameters_at(unit.replica)
-        # The master is a view of the replica, by `.data` (why: `Unit` in core.py). In 16 bits it is an FP32 copy.
+        # The master is a view of the replica. (In 16 bits it is an FP32 copy.) `.data` has the same memory, and a count
+        # of writes of its own. Else a gather, which writes to the replica, would count for the shard, too. A loss with
+        # `(shard ** 2).sum()`, and then a forward, would fail: autograd would say that the shard has changed.
         unit.master = unit.chunk(full.data) if unit.replica is full else unit.chunk(full).clone()
         unit.cut_shards()
 

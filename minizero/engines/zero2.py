@@ -21,7 +21,7 @@ class CoreZero2(Engine):
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
         unit.point_parameters_at(unit.replica)
-        # The master is a view of the replica, by `.data` (why: `Unit` in core.py). In 16 bits it is an FP32 copy.
+        # The master is a view of the replica, by `.data` (why: zero1.py). In 16 bits it is an FP32 copy.
         unit.master = unit.chunk(full.data) if unit.replica is full else unit.chunk(full).clone()
         unit.cut_shards()
 

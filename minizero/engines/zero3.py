@@ -3,7 +3,7 @@
     per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes, for Ψ parameters
     sent per step           12Ψ (N-1)/N bytes: reduce-scatter of gradients, two all-gathers of parameters
                             (the root unit's: one)
-    at the peak             its shards, the root, one unit's parameters, and the gradients of both
+    at the peak             besides, parameters and gradients of the root and of one unit, two buffers of the ring
 
 A unit's replica exists only while it is used, in forward and in backward: `gather` fills and `release` empties it.
 unit.comm: the ranks that share the unit; here all.

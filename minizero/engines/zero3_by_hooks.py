@@ -1,4 +1,4 @@
-"""Stage 3 for any model: four hooks take the place of the loop of `zero3_on_a_page.py`. Read this second.
+"""Stage 3 without a list of layers: four hooks take the place of the loop of `zero3_on_a_page.py`. Read this second.
 
     forward     a unit's module begins                 gather
                 it ends                                release
@@ -6,7 +6,7 @@
                 its last parameter has its gradient    release, reduce
 
 A unit is a block of the model. What lies outside the blocks is one more, the root: it stays whole from the model's
-forward to the end of its backward. The training loop is PyTorch's, with any optimizer over the shards.
+forward to the end of its backward. The training loop is PyTorch's, with any elementwise optimizer over the shards.
 `core.py` comes next: two more moments, all four stages, units that return tuples and share parameters.
 
     shards = shard(model, model.blocks, comm)      # on each rank
@@ -39,18 +39,19 @@ class Unit:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Every rank's shard into every rank's `replica`, unless it is whole already."""
+        """Every rank's shard into every rank's `replica`, unless it is whole already.
+
+        PyTorch counts the writes to a tensor. If autograd has saved it, and there are new ones, backward raises. Here
+        that would be a false alarm: the same numbers come back. No alarm comes, since a parameter set by `.data =`,
+        as by vector_to_parameters, has a count of its own: writes to `replica` are not in it.
+        """
         memory = self.replica.untyped_storage()
         if not memory.nbytes():
             memory.resize_(self.replica.nbytes)
             all_gather(self.shard, self.comm, out=self.replica, label=self.name)
 
     def release(self) -> None:
-        """Free the memory. The tensors stay, empty, also those that autograd saved; the next `gather` fills them.
-
-        Autograd counts the writes to a tensor that it saved, and refuses it if there are any. But a parameter set by
-        `.data =`, as by vector_to_parameters, has a count of its own: what `gather` writes to `replica` is not in it.
-        """
+        """Free the memory. The tensors stay, empty, also those that autograd saved; the next `gather` fills them."""
         self.replica.untyped_storage().resize_(0)
 
     def reduce(self) -> None:
@@ -72,7 +73,7 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
             raise RuntimeError(
                 f"{unit.name}: only {len(came)} of its parameters got a gradient in backward: use Zero3 (or it raised)"
             )
-        unit.release()  # a root that no backward has released (see 2) is whole, and the optimizer may have stepped
+        unit.release()  # if no backward came, a root is still whole (see 2); after a step it is old
         unit.gather()
 
     # 2. It ends. Other units compute before this one is needed again. The root stays, if a backward can follow.
@@ -88,7 +89,7 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
 
     # 4. A gradient is complete when all uses of its parameter went backward. When all are, nothing needs the unit any
     # more: Linear's backward gives the gradients of its weight and of its input at once. (Not served: a use of
-    # `w.detach()` brings w no gradient, and its backward may read w later.)
+    # `w.detach()` brings w no gradient, and its backward may read w later, when it is released.)
     def parameter_has_gradient(parameter: nn.Parameter) -> None:
         came.append(parameter)
         if len(came) == len(unit.parameters):
