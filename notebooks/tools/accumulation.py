@@ -161,7 +161,7 @@ def race(comm, turns=24, patience=4):
     alone, engine = GPT(config).to(comm.device), DDP(GPT(config), comm)
     batch = torch.randint(256, (256, LENGTH), generator=torch.Generator().manual_seed(0)).to(comm.device)
     ways = {"1 × 128": (alone, 128, 1), "4 × 32": (alone, 128, 4), "2 × 64": (engine, 128, 1)}
-    ways |= {"2 × (2 × 32)": (engine, 128, 2), "2 × 128": (engine, 256, 1), "64 each, alone": (alone, 64, 1)}
+    ways |= {"2 × (2 × 32)": (engine, 128, 2), "2 × 128": (engine, 256, 1)}
     best, wall, better = dict.fromkeys(ways, float("inf")), dict.fromkeys(ways, float("inf")), 0
     for turn in range(turns):
         for way, (model, sequences, pieces) in ways.items():
