@@ -102,7 +102,7 @@ def older(trace: list[Event], segments: list[Event]) -> list[Event]:
     for part in segments:
         address = part["address"]
         for block in part["blocks"]:
-            if block["state"] == "active_allocated":
+            if block["state"] != "inactive":
                 asked, frames = block.get("requested_size", block["size"]), block.get("frames", [])
                 held[address] = {"addr": address, "size": asked, "stream": 0, "frames": frames}
             address += block["size"]

@@ -78,6 +78,7 @@ def recorded(ledger, native=True, older=False, runs_out=False):
         at = [at for at in births if trace[at]["user_metadata"]["phase"] == "forward"][-30]
         gone = [event for event in trace[at:] if event["action"][:4] == "free" and event["addr"] < trace[at]["addr"]]
         blocks[:] = [block for block in blocks if block["address"] < trace[at]["addr"]]
+        max(blocks, key=lambda block: block["size"])["state"] = "active_pending_free"  # another stream reads it
         trace[at:] = [{**trace[at], "action": "oom", "size": 3 << 30, "device_free": 1 << 30}, *gone]
     return pickle.dumps(whole | {"device_traces": [trace]}), truth
 
