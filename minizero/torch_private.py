@@ -66,6 +66,7 @@ def counting_no_version() -> Any:
 # Modes and operators.
 
 function_transform_is_active = torch._C._are_functorch_transforms_active  # are we in torch.func's grad, vmap …?
+outside_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack  # a context: in none of them
 without_modes = _disable_current_modes  # a context in which no TorchDispatchMode is active
 AFTER_AUTOCAST = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)  # the kernels after autocast's
 ATTENTION = {  # PyTorch's ways to compute attention on a GPU
@@ -138,6 +139,11 @@ BatchNorm = nn.modules.batchnorm._NormBase  # the class of all norms with runnin
 not_compiled: Callable[..., Any] = torch._disable_dynamo  # decorator: `torch.compile` leaves the function as it is
 
 
+def is_no_worker(_: int) -> None:
+    """Let this process, which works for a loader of ours, say that it does not: a user's loader asks."""
+    torch.utils.data._utils.worker._worker_info = None
+
+
 def weight_is_computed(module: nn.Module) -> bool:
     """Does torch.nn.utils.weight_norm or spectral_norm compute the module's weight before each forward?"""
     return any(hasattr(hook, "compute_weight") for hook in module._forward_pre_hooks.values())
@@ -175,6 +181,7 @@ REASONS = {
     "hooks_of_saved_tensors": "a checkpoint gives its inputs to the one around it; since 2.8; a public getter",
     "counting_no_version": "what is kept must notice writes by its other names; since 2.2; an option of `detach`",
     "function_transform_is_active": "they cannot go through a second run; since 1.13; a question of torch.func",
+    "outside_transforms": "a gather is the engine's, and no part of the function; since 2.1; a context of torch.func",
     "without_modes": "a copy of a generator's state is no operator of the user's; since 2.0; a context of that name",
     "AFTER_AUTOCAST": "if autocast leaves an operator alone, these come next; since 1.12; a call of the next kernel",
     "ATTENTION": "PyTorch chooses one by the device, and a fake tensor has the CPU's; since 2.5; an option for it",
@@ -187,6 +194,7 @@ REASONS = {
     "place": "as `storage_id`, and a fake tensor has no `data_ptr()` at all; at least 1.12; as `storage_id`",
     "weight_is_computed": "autograd keeps that weight, and stage 3 cannot free it; since 1.8; parametrizations",
     "BatchNorm": "these norms have no public base; at least 1.12; a public base",
+    "is_no_worker": "in a worker batches are put into shared memory; since 1.2; an option of `DataLoader`",
     "not_compiled": "`torch.compiler.disable` loads the compiler at once, for seconds; since 2.1; that, if it waited",
     "is_compiled": "what is compiled must not hold units that come and go; since 2.1; a property",
     "is_compiled_inside": "as `is_compiled`; since 2.0; a property",
@@ -233,9 +241,11 @@ WHOLE_PROCESS = {
     "`OrderedDict mutated during iteration` in place of that error. Without it: `set_enabled(False)`.",
     "minizero/engines/timeline.py": "Methods of an engine are wrapped. It lives while a timeline records. Without it: "
     "record none.",
-    "minizero/xray/places.py": "Methods by which tensors move, autocast, and functions of torch.cuda and of "
-    "torch.distributed have others in their place, which ask for the thread. It lives while an X-ray builds a model or "
-    "runs a step. Without it: run no X-ray.",
+    "minizero/torch_private.py": "`get_worker_info` says None in the processes that an X-ray starts for the rows of "
+    "its table. It ends with these. Without it: run no X-ray.",
+    "minizero/xray/places.py": "Methods by which tensors move and loaders begin, autocast, and functions of torch.cuda "
+    "and of torch.distributed have others in their place, which ask for the thread. It lives while an X-ray builds a "
+    "model or runs a step. Without it: run no X-ray.",
     "minizero/xray/answers.py": "Classes such as `torch.cuda.Event`, as in `places.py`, for the user's code alone.",
     "minizero/xray/fake.py": "What a fake tensor says of its device, checks of distributions, a log of PyTorch's, a "
     "function of transformers. It lives while an X-ray runs a step. Without it: run no X-ray.",

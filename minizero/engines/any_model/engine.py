@@ -163,7 +163,8 @@ class AnyModel(Wrapped):
         for unit in self.units:
             watch(unit, watched=True)  # after a step that raised
         self.told = self.told or say_what_autocast_keeps(self.name, self.dtype, self.comm.device.type)
-        self.refresh()
+        with torch_private.outside_transforms():
+            self.refresh()
         if "backward" not in self.passes and not self.frees_replicas:
             self.done["parameters"] = digest(self.units)
 
@@ -303,7 +304,7 @@ class AnyModel(Wrapped):
         # Of a use of this step that no backward has come to nobody knows whether this one will: it is waited for.
         coming = any(each.opened == -1 and each.version == unit.master._version for each in unit.uses)
         if owed and not coming:
-            with torch_private.as_plain_tensors():  # the unit may be away
+            with torch_private.as_plain_tensors(), torch_private.outside_transforms():  # the unit may be away
                 nodes = {n: torch.autograd.graph.get_gradient_edge(unit.parameters[n]).node for n in owed}
             self.bring_nothing_more(unit, [n for n, node in nodes.items() if not torch_private.will_write(node)])
             self.reduce_what_is_complete()  # other ranks may have reduced the unit by now

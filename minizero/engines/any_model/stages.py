@@ -127,6 +127,7 @@ class Zero3(CoreZero3, AnyModel):
             unit.master = to_host(unit.master, unit.master.dtype)
             unit.cut_shards()
 
+    @torch_private.outside_transforms()
     def gather(self, unit: Unit) -> None:
         try:
             if self.ahead:
@@ -136,12 +137,14 @@ class Zero3(CoreZero3, AnyModel):
             raise about_units(error) from error
         unit.point_parameters_at(unit.replica)
 
+    @torch_private.outside_transforms()
     def release(self, unit: Unit) -> None:
         if self.ahead:
             self.ahead.wait_for(unit)  # a gather ahead writes to the memory that is given back here
         super().release(unit)
         unit.empty_parameters()
 
+    @torch_private.outside_transforms()
     def keep_writes(self, unit: Unit) -> None:
         super().keep_writes(unit)
         if unit.dtype == unit.master.dtype and not unit.replica_is_stale():  # else the shard has what is new

@@ -46,6 +46,8 @@ def faults(module: nn.Module, comm: Comm) -> Iterator[str]:
     if not any(p.requires_grad for p in parameters.values()):
         yield "the module has no parameters that train"
     for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            yield f"{name or 'the module'} is a ScriptModule, which takes no hooks of ours: wrap the plain module"
         name, clips = name or "the module", getattr(part, "max_norm", None) is not None
         looks_up = isinstance(part, nn.Embedding | nn.EmbeddingBag) or clips
         trains = looks_up and getattr(getattr(part, "weight", None), "requires_grad", False)
@@ -127,7 +129,7 @@ def check_unchanged(stage: str, unit: Unit, version: int, *, double_backward: bo
         raise RuntimeError(f"{stage}: {unit.name} was changed between its forward and its backward")
     if torch.is_grad_enabled() and not double_backward:
         raise RuntimeError(
-            f"{stage}: double backward (create_graph=True) is not supported: use DDP, Zero1 or "
+            f"{stage}: double backward (create_graph=True, torch.func) is not supported: use DDP, Zero1 or "
             "Zero2, and torch.autograd.grad(…, inputs, create_graph=True)"
         )
 
@@ -218,7 +220,8 @@ def say_what_autocast_keeps(stage: str, dtype: torch.dtype | None, device: str) 
     if casts:
         warnings.warn(
             f"{stage}: autograd keeps the copy that torch.autocast makes of each weight, whole and on each rank, until "
-            f"backward: wrap with dtype={torch.get_autocast_dtype(device)}, and leave autocast out",
+            "backward, and a second forward in the same block of autocast fails: wrap with "
+            f"dtype={torch.get_autocast_dtype(device)}, and leave autocast out",
             stacklevel=2,
         )
     return casts
