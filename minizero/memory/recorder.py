@@ -148,9 +148,7 @@ class Recorder(Watcher):
         record = self.records[storage_id(storage)] = Record(storage, tape.append)
         record.first_size = record.size = storage.nbytes()
         record.category = getattr(storage, "category", None)
-        position = self.position
-        record.phase = position.phase
-        record.module = position.running[-1]
+        record.phase, record.module = self.position.phase, self.position.running[-1]
         tape.append(record)
         return record
 

@@ -57,9 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.snapshot and asked - {"snapshot", "output"}:
         raise ValueError("--snapshot: a recorded run has its own model, step and card: only --output goes with it")
     if options.make and (options.hf or options.batch or options.length):
-        raise ValueError(
-            "--hf, --batch and --length are not for FILE.py:make: make() has chosen the model and its batch"
-        )
+        raise ValueError("--hf, --batch and --length are not for FILE.py:make: make() has chosen model and batch")
     return options
 
 
@@ -134,9 +132,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     fit, largest = room(options.fit), room(options.largest)
     case = case_of(maker(options), optimizer_of(options.optimizer), card)
     if largest and case.loops:
-        raise ValueError(
-            "--largest: make() has returned a loop, which makes its own batch: let it return (model, inputs)"
-        )
+        raise ValueError("--largest: make() has returned a loop, which makes its own batch: return (model, inputs)")
     report = Report(case, options.ranks, name)
     report.show(console)
     if not options.no_table:

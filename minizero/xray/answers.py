@@ -65,12 +65,11 @@ def class_calling(function: Callable[..., Any]) -> type:
     return type("", (), {"__new__": lambda _, *args, **kwargs: function(*args, **kwargs)})
 
 
-# Names of torch.cuda and of torch.distributed: what does nothing; what returns a number of bytes.
+# Names of torch.cuda: what does nothing; what returns a number of bytes.
 QUIET = """Event Stream stream device device_of current_stream default_stream set_stream
 set_device manual_seed manual_seed_all seed seed_all init ipc_collect
 reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached reset_accumulated_memory_stats
 set_per_process_memory_fraction"""
-QUIET_GROUP = "destroy_process_group barrier all_reduce broadcast"
 NO_BYTES = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved utilization"
 TENSORS = "FloatTensor HalfTensor BFloat16Tensor DoubleTensor LongTensor IntTensor ByteTensor BoolTensor"
 
@@ -82,13 +81,12 @@ def table(card: str) -> dict[Any, dict[str, Any]]:
     about.major, about.minor = gpu.capability
     of_card = {"is_available": True, "device_count": 1, "synchronize": Quiet, "empty_cache": Quiet}
     cuda: dict[str, Any] = of_card | dict.fromkeys(QUIET.split(), Quiet) | dict.fromkeys(NO_BYTES.split(), 0)
-    cuda |= {"current_device": 0, "is_initialized": True}
     cuda |= {"get_device_name": name, "get_device_properties": about, "get_device_capability": gpu.capability}
-    cuda |= {"is_bf16_supported": gpu.capability >= (8, 0), "get_arch_list": [gpu.kind]}
-    cuda |= {"mem_get_info": (memory, memory), "memory_summary": "", "memory_stats": Counter()}
+    cuda |= {"current_device": 0, "is_bf16_supported": gpu.capability >= (8, 0), "get_arch_list": [gpu.kind]}
+    cuda |= {"is_initialized": True, "mem_get_info": (memory, memory), "memory_summary": "", "memory_stats": Counter()}
     cuda |= {name: class_calling(functools.partial(on_card, getattr(torch, name).dtype)) for name in TENSORS.split()}
     started = [torch.distributed.is_available() and torch.distributed.is_initialized()]
-    group: dict[str, Any] = dict.fromkeys(QUIET_GROUP.split(), Quiet)
+    group: dict[str, Any] = dict.fromkeys(["destroy_process_group", "barrier", "all_reduce", "broadcast"], Quiet)
     group |= {"init_process_group": lambda *_, **__: started.append(True), "is_initialized": lambda: any(started)}
     group |= {"get_rank": 0, "get_world_size": 1, "get_backend": "nccl"}
     return {

@@ -49,9 +49,7 @@ def words_of(name: str) -> set[str]:
 def card_of(name: str) -> str:
     """The product that a name means: h200, a100, 4090, Tesla T4. `ValueError` if none, or several kinds."""
     wanted = words_of(name)
-    cards = {
-        product: words_of(product) | {f"{made.memory / GIB:.0f}gb"} for product, made in GPUS.items() if made.threads
-    }
+    cards = {each: words_of(each) | {f"{gpu.memory / GIB:.0f}gb"} for each, gpu in GPUS.items() if gpu.threads}
     found = [product for product, words in cards.items() if wanted and wanted <= words]
     if len({GPUS[product].kind for product in found}) > 1:
         raise ValueError(f"{name!r} may be {', '.join(found)}: say which")
@@ -87,11 +85,8 @@ def backend(card: Gpu, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: 
     grouped = equal or one_head or (gqa and q.shape[1] % k.shape[1] == q.shape[1] % v.shape[1] == 0)
     half = q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and major >= 8)
 
-    narrow = max(d, wide) <= 128 or (d, wide) == (192, 128)
-    if SINCE_2_14:
-        narrow |= max(d, wide) <= 256 and (not trains or d == wide == 256)
-    else:
-        narrow |= max(d, wide) <= 256 and major == 9
+    wider = (not trains or d == wide == 256) if SINCE_2_14 else major == 9
+    narrow = max(d, wide) <= (256 if wider else 128) or (d, wide) == (192, 128)
     cudnn = on.cudnn_sdp_enabled() and half and grouped and p * 16 % 1 == 0 and k.shape[2] > 1
     if cudnn and narrow and d % 8 == wide % 8 == 0 and major in (9, 10):
         return "cudnn"
@@ -100,8 +95,7 @@ def backend(card: Gpu, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: 
     if flash and small and (not causal or q.shape[2] == k.shape[2]):
         return "flash"
     step = 8 if q.dtype in HALVES else 4 if major >= 8 else 1
-    heads = grouped if SINCE_2_14 else equal
-    efficient = on.mem_efficient_sdp_enabled() and heads and d % step == wide % step == 0
+    efficient = on.mem_efficient_sdp_enabled() and (grouped if SINCE_2_14 else equal) and d % step == wide % step == 0
     return "efficient" if efficient and (half or q.dtype == torch.float32) else "math"
 
 

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from minizero import torch_private
 from minizero.memory import Ledger
 from minizero.memory.hooks import Hooks
 from minizero.ranks.one_of_many import one_of_many
@@ -79,6 +80,7 @@ class Case:
             num_workers=workers,
             multiprocessing_context="fork" if workers else None,
             prefetch_factor=1 if workers else None,
+            worker_init_fn=torch_private.is_no_worker,
             in_order=False,  # whoever is free takes the next
             generator=torch.Generator(),  # the caller's random numbers stay as they are
         )
@@ -127,7 +129,7 @@ class Case:
                 found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, around)
                 self.notes.update(seen_in(found, module, self.loops) if plan == Plan() else ())
                 return found
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise NotPossible(reason(error)) from error
 
     def lay_out(self, plan: Plan, copier: Copier, module: nn.Module, inputs: Any) -> bool:
@@ -152,15 +154,15 @@ class Case:
     ) -> contextlib.AbstractContextManager:
         """The ledger counts what was copied beside model and optimizer, and in the context all is as on the card."""
         assert ledger.recorder is not None and ledger.hooks is not None
-        alive = (storage for other in others for storage in [other()] if storage is not None)
-        for record in map(ledger.recorder.follow, alive):  # no name may hold a storage while the steps run
-            if record.category is None:
-                record.category, record.module = "buffers", "not registered"
         for optimizer in optimizers:
             if optimizer is not ledger.optimizer:  # a loop's
                 Hooks(ledger.recorder, None, optimizer).owner = ledger.hooks.owner
             if self.card:
                 use_foreach(optimizer)
+        alive = (storage for other in others for storage in [other()] if storage is not None)
+        for record in map(ledger.recorder.follow, alive):  # no name may hold a storage while the steps run
+            if record.category is None:
+                record.category, record.module = "buffers", "not registered"
         return as_on(self.card, self.notes) if self.card else contextlib.nullcontext()
 
     def masters(self, plan: Plan) -> torch.dtype | None:
@@ -195,7 +197,7 @@ def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, c
             made = build(make)
     except NotPossible:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise NotPossible(f"make() failed: {reason(error)}: it runs on the CPU, without a GPU") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ValueError(
@@ -208,14 +210,16 @@ def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, c
 
 # What PyTorch says, by parts of its text or by its type; in our words. {operator}: which one it is about.
 KNOWN = {
+    r"^SystemExit (\d+|SystemExit) ": "it ends the program, as sys.exit() does",
     "DataDependentOutputException": "it looks at a tensor's value ({operator}), and a fake tensor has none",
     "DynamicOutputShapeException": "a shape depends on a tensor's values ({operator}), and a fake tensor has none",
     "UnsupportedOperatorException": "{operator} has no fake kernel",
     "SparseTensorImpl": SPARSE,  # of which there is no copy without numbers
     "torch/distributed/": SHARDED,
     "Couldn't swap": "it moves a model in step(): a Trainer's train(), or .to(): move it in make(), and run one step",
+    "ScriptModules": "a module of torch.jit.script is not run here: leave that call out",
     "dummy base class|not compiled with CUDA|CUDA error": "it uses a part of torch.cuda that is not answered here, "
-    "such as graphs: leave that line out",
+    "such as graphs: leave that line out; or torch.set_default_device: write with torch.device('cuda'): in its place",
     "data_ptr": "a kernel that is not PyTorch's wants numbers (Triton, flash-attn, xformers): take PyTorch's attention",
     "does not require grad and": "no gradient goes from its loss to a parameter: all are frozen, or a checkpoint with "
     "use_reentrant=True has an input without one: try use_reentrant=False, or model.enable_input_require_grads()",

@@ -62,7 +62,7 @@ def build(make: Callable[[], Any]) -> Any:
             return make()
     except NotPossible:
         raise
-    except Exception:
+    except (Exception, SystemExit):
         with in_make("cpu"):
             return make()
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 
 from minizero.memory.operators import Watcher
 from minizero.torch_private import current_backward
@@ -223,10 +224,8 @@ def to(before: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any)
     first, rest = (args[0], args[1:]) if args else (None, ())
     if isinstance(other := kwargs.get("other", first), Tensor):
         place, rest = place_of(other), (other.dtype, *rest)
-    elif (named := meant(kwargs.get("device", first))) is None:
+    elif (place := meant(kwargs.get("device", first))) is None:  # type: ignore[assignment]
         return before(tensor, *args, **kwargs)
-    else:
-        place = named
     options = dict(zip(("dtype", "non_blocking", "copy"), rest)) | kwargs
     options = {key: options[key] for key in ("dtype", "copy", "memory_format") if options.get(key) is not None}
     if here.marks and not here.inside and place != place_of(tensor):
@@ -243,8 +242,16 @@ def deep_copy(before: Any, tensor: Tensor, memo: Any) -> Tensor:
     return copied
 
 
+def without_workers(before: Callable[..., Any], loader: DataLoader) -> Any:
+    """`DataLoader.__iter__`: the batches are made in this process. In a worker's tensors would have numbers."""
+    if not loader.num_workers:
+        return before(loader)
+    with mock.patch.multiple(loader, num_workers=0, timeout=0):
+        return before(loader)
+
+
 def moves() -> contextlib.AbstractContextManager:
-    """While it is entered, tensors of this thread move between host and card."""
+    """While it is entered, tensors of this thread move between host and card, and loaders have no workers."""
     plain = Tensor.to
     return lent(
         (Tensor, "to", to),
@@ -253,6 +260,8 @@ def moves() -> contextlib.AbstractContextManager:
         (Tensor, "pin_memory", lambda before, x, *_: moved(x, HOST) if here.marks else x),
         (Tensor, "__deepcopy__", deep_copy),
         (Tensor, "record_stream", lambda before, x, *_: None),
+        (DataLoader, "__iter__", without_workers),
+        (DataLoader, "check_worker_number_rationality", lambda before, loader: None),  # it would warn of them
     )
 
 

@@ -113,6 +113,8 @@ def peak(file, name):
     patches += [(sys, "argv", [file]), (sys, "path", [str(Path(file).parent), *sys.path])]
     patches += [(torch.Tensor, "numpy", lambda x: np.zeros(tuple(x.shape)))]
     patches += [(torch.distributions.Distribution, "_validate_args", False)]
+    alone = property(lambda self: 0, lambda self, number: None)  # a loader's workers would have no fake tensors
+    patches += [(torch.utils.data.DataLoader, "num_workers", alone, None, True)]
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))

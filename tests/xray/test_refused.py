@@ -1,6 +1,7 @@
 """What cannot be run is refused in words, with the user's line; in a table it is a row with the reason."""
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -78,6 +79,7 @@ REFUSED = [
     (loop_of(lambda y: y + torch.ones(8)), Plan(), MIXED + HERE),
     (loop_of(lambda y: torch.ones(3, 8)[torch.arange(3, device="cuda")]), Plan(), MIXED + HERE),
     (loop_of(lambda y: torch.cuda.CUDAGraph()), Plan(), "a part of torch.cuda that is not answered here" + HERE),
+    (loop_of(lambda y: sys.exit(1)), Plan(), "it ends the program" + HERE),
     (loop_of(lambda y: torch.optim.SGD([])), Plan(), "has no parameter to train" + HERE),
     (does(lambda self, x: self.body(x)), Plan(), r"returned a tensor of shape \(3, 8\), which has no loss"),
     (does(lambda self, x: self.body(x).mean() * (1 // (not self.training))), Plan(), "by zero" + HERE),  # ours trains
