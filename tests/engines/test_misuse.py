@@ -45,6 +45,7 @@ def embedded(kind=nn.Embedding, trains=True, **options):
 
 
 ALL, MAX_NORM = slice(None), "0 has a max_norm: its forward writes in place"
+SCRIPTED = torch.jit.script(nn.Linear(2, 2))  # by one thread: two at once may raise
 UNWRAPPABLE = [
     (nn.ReLU, "no parameters that train"),
     (lambda: nn.Linear(2, 2).requires_grad_(False), "no parameters that train"),
@@ -58,7 +59,7 @@ UNWRAPPABLE = [
         "a hook of register_post_accumulate_grad_hook on weight",
     ),
     (lambda: nn.Linear(2, 2).double(), "parameters must be float32, weight is torch.float64"),
-    (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "0 is a ScriptModule"),
+    (lambda: nn.Sequential(SCRIPTED), "0 is a ScriptModule"),
     (lambda: nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3))), "0 is a SyncBatchNorm"),
     (lambda: sliced(ALL, ALL), "1.weight and 0.weight are two parameters in one memory"),
     (lambda: sliced(ALL, slice(3, 5)), "1.weight and 0.weight are two parameters in one memory"),
